@@ -106,11 +106,11 @@ def lend(registry: Registry, name: str, form: str) -> str:
     lent = f"{name}.bench-{form.replace(' ', '-')}"
     if not is_name(lent):
         raise ConfigError(f"{lent} cannot be a model, because its name is too long. Give {name} a shorter name.")
-    made = spec.quantize if form == ENTRY else parse(None if form == STORED else form)
+    quantize = spec.quantize if form == ENTRY else parse(None if form == STORED else form)
     changes: dict[str, Any] = {
         "name": lent,
-        "quantize": made,
-        "quantized_cache": spec.quantized_cache and made == spec.quantize,
+        "quantize": quantize,
+        "quantized_cache": spec.quantized_cache and quantize == spec.quantize,
         "extra_args": (*spec.extra_args, "--max-logprobs", str(LOOKED_UP)),
         "aliases": (),
         "served_model_name": (),

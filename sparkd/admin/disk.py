@@ -147,8 +147,8 @@ class Disk:
         source = entry["source"]
         if source is None:
             return []
-        known = ((record, record.spec) for record in self._registry.records.values() if record.spec is not None)
-        return [record for record, spec in known if _is_of(source, entry["kind"], spec.model, spec.quantize)]
+        configured = ((record, record.spec) for record in self._registry.records.values() if record.spec is not None)
+        return [record for record, spec in configured if _is_of(source, entry["kind"], spec.model, spec.quantize)]
 
     def _limit_bytes(self, kind: str) -> int | None:
         limit_gib = self._registry.config.quantized_cache.limit_gib

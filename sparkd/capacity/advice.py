@@ -183,8 +183,8 @@ def advice(option: Option, room: int) -> Cure | None:
     if serving.unknown:
         return None
     node = replace(option.node, memory_bytes=room, system_bytes=0)
-    one = replace(args, cache=AUTO, margin_bytes=0, share=None).with_keys(max_model_len=serving.max_model_len, memory_gib="auto")
-    options = [fitted(candidate, node, option.ways) for candidate in single_formats(source_of(one, headers, node))]
+    unlimited = replace(args, cache=AUTO, margin_bytes=0, share=None).with_keys(max_model_len=serving.max_model_len, memory_gib="auto")
+    options = [fitted(candidate, node, option.ways) for candidate in single_formats(source_of(unlimited, headers, node))]
     own = AS_STORED if args.spec.quantize is None or is_open(args.spec.quantize) else args.recipe.default.spelling
     if any(other.fits and other.format == own for other in options):
         return None  # then it is another key that stands in the way

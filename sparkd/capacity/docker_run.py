@@ -114,8 +114,8 @@ def _plugin() -> dict[str, str]:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     try:
         metadata = str(distribution("sparkd").locate_file(""))
-        found = next(name for name in sorted(os.listdir(metadata)) if _METADATA.fullmatch(name))
+        folder = next(name for name in sorted(os.listdir(metadata)) if _METADATA.fullmatch(name))
     except (PackageNotFoundError, OSError, StopIteration):
         raise ConfigError("sparkd is not installed in this environment, so a container cannot find its plugin: install it.") from None
     folders = {os.path.join(root, name): f"{PLUGIN_FOLDER}/{name}" for name in ("sparkd", "workers")}
-    return {**folders, os.path.join(metadata, found): f"{PLUGIN_FOLDER}/{found}"}
+    return {**folders, os.path.join(metadata, folder): f"{PLUGIN_FOLDER}/{folder}"}

@@ -136,8 +136,8 @@ def copies_of(own: Source, node: Hardware) -> list[Source]:
     args = own.args
     if args.spec.trust_remote_code:
         return []
-    found = prequantized(args.spec.model, own.headers.model.checkpoint, {**os.environ, **args.env})
-    others = (args.with_keys(model=name, revision=None, quantize=None) for name, _ in found)
+    copies = prequantized(args.spec.model, own.headers.model.checkpoint, {**os.environ, **args.env})
+    others = (args.with_keys(model=name, revision=None, quantize=None) for name, _ in copies)
     return [source_of(other, there, node, own.evidence) for other in others if (there := headers_here(other)) is not None]
 
 
@@ -152,10 +152,10 @@ def candidates_of(own: Source, copies: Sequence[Source] = ()) -> list[Candidate]
         return _formatted(own, [args.recipe])
     choices = tuple(open_recipes(own.headers.model, args.wish, args.tensor_parallel or 1))
     # A model whose weights can have no mix is served as it is stored.
-    found = _formatted(own, choices or (AS_IT_IS,))
+    candidates = _formatted(own, choices or (AS_IT_IS,))
     if args.spec.quantize == AUTO:
-        found[1:1] = [candidate._replace(is_copy=True) for copy in copies for candidate in _formatted(copy, [AS_IT_IS])]
-    return found
+        candidates[1:1] = [candidate._replace(is_copy=True) for copy in copies for candidate in _formatted(copy, [AS_IT_IS])]
+    return candidates
 
 
 def single_formats(own: Source) -> list[Candidate]:

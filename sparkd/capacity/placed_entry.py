@@ -96,8 +96,8 @@ def _evidence(spec: ModelConfig, config: Config, runtime: NodeRuntime) -> Eviden
     if vllm is None or not spec.runs_vllm(config.engine):
         return Evidence(profiles, vllm)
     away = None if _is_ours(spec, config, vllm) else Away("", vllm, str(runtime.facts.get("packages", "")))
-    asked = InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir), away)
-    return Evidence(profiles, vllm, partial(kept_answers, runtime=asked))
+    inquiry = InquiryRuntime(spec.runtime_of(config.engine), places(config.state_dir), away)
+    return Evidence(profiles, vllm, partial(kept_answers, runtime=inquiry))
 
 
 def ask_vllm(entry: PlacedEntry, ways: Ways) -> None:

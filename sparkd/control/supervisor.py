@@ -30,7 +30,7 @@ from sparkd.control.load_gate import LoadGate
 from sparkd.control.rank_stopper import RankStopper
 from sparkd.control.registry import Registry
 from sparkd.control.scheduler import Schedule, make_schedule
-from sparkd.control.views import guard_hints, view
+from sparkd.control.views import NO_SCHEDULE, guard_hints, view
 from sparkd.control.watchdog import Watchdog
 from sparkd.errors import DoesNotFit, SparkdError
 from sparkd.execution.boundary import Boundary
@@ -76,7 +76,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._looked = asyncio.Event()
         self._observation: Observation | None = None
-        self._last_schedule = Schedule()
+        self._last_schedule = NO_SCHEDULE
         self._settled = False
         self._draining = False
         self._refused: Condition | None = None

@@ -18,6 +18,7 @@ from sparkd.state.model_state import AWAY, STARTING, ModelState
 from sparkd.state.nouns import Progress, Wait
 from sparkd.state.snapshot import ModelView
 
+NO_SCHEDULE = Schedule()
 _STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
@@ -56,15 +57,14 @@ def guard_hints(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
     }
 
 
-def view(registry: Registry, record: Record, now_s: float, schedule: Schedule | None = None, doubt: str | None = None) -> ModelView:
+def view(registry: Registry, record: Record, now_s: float, schedule: Schedule = NO_SCHEDULE, doubt: str | None = None) -> ModelView:
     spec = record.spec
     retries = record.state is ModelState.FAILED and not record.attempt.lasts
     retry_in_s = max(0.0, record.backoff_until_s - now_s) if retries else None
     gone = record.state is ModelState.FAILED and record.observed.ranks == ()
     # A waiting model's tells since when it waits. It may have been STOPPED, and unasked for, ever since the daemon began.
-    wait = schedule.waits.get(record.name) if schedule is not None else None
-    is_queued = schedule is not None and wait is not None and record.name in schedule.queue
-    turn = schedule.queue.index(record.name) + 1 if schedule is not None and is_queued else None
+    wait = schedule.waits.get(record.name)
+    turn = schedule.queue.index(record.name) + 1 if wait is not None and record.name in schedule.queue else None
     asked_s = record.queue.requested_since_s if turn is not None else None
     since_s = record.since_wall_s if asked_s is None else registry.wall() - (now_s - asked_s)
     configured = spec.max_model_len if spec and isinstance(spec.max_model_len, int) else None

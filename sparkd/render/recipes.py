@@ -83,15 +83,15 @@ def described(recipe: Mapping[str, Any], console: Console) -> None:
         "quantize": quantize["format"] if isinstance(quantize, dict) else quantize,
         "kv_cache": spec.get("kv_cache"),
     }
-    made = [f"{name}={shlex.quote(str(value))}" for name, value in recipe["env"].items()]
-    made += [f"{key}: {_yaml(value)}" for key, value in settings.items() if value]
+    lines = [f"{name}={shlex.quote(str(value))}" for name, value in recipe["env"].items()]
+    lines += [f"{key}: {_yaml(value)}" for key, value in settings.items() if value]
     say(console, f"{recipe['name']}: {recipe['description']}", "bold")
     for name, fact in facts.items():
         if fact is not None:
             say(console, f"  {name:<12} {fact}")
     name = name_of(recipe["name"].partition("@")[0])
     _block(console, "In sparkd.yaml", [f"{name}:", f"  recipe: {_yaml(recipe['name'])}"])
-    _block(console, "It comes to", [*made, *_pairs(recipe["flags"])])
+    _block(console, "It comes to", [*lines, *_pairs(recipe["flags"])])
     _block(console, "Sampling", [f"{name}: {_flat(values)}" for name, values in recipe["sampling"].items()])
     _block(console, "Published figures", [_figure(figure) for figure in recipe["expected"]])
     _block(console, "Notes", recipe["notes"])

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 
 from sparkd.errors import CheckpointError
-from workers.cache.writer import sync_folder
+from workers.host.private_files import sync_folder
 
 LAST = "config.json"
 WRITING = ".writing"

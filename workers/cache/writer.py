@@ -30,6 +30,7 @@ from workers.cache.layout import SHARD_BYTES, ShardLayout, ShardTensor, Tensors,
 from workers.cache.manifest import MANIFEST, USED, CacheManifest, CheckpointIdentity, OwnFile, TpSlice, entry_name, format_name
 from workers.cache.store import GIB, WRITING, find, locked, make_room, remove, turn
 from workers.files.direct_file import DirectFile
+from workers.host.private_files import sync_folder
 from workers.load.ring import Ring
 from workers.load.virtual import DTYPES, VirtualCheckpoint
 
@@ -464,12 +465,3 @@ def layout_of(virtual: VirtualCheckpoint) -> Tensors:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, uint8 and 1-D, on its device; a copy only where it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def sync_folder(folder: str) -> None:
-    """Sync a folder's directory entries to the disk. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -59,14 +59,15 @@ def write_private(path: Path, text: str, *, sync: bool = True) -> None:
                 os.fsync(descriptor)
         temporary.replace(path)
         if sync:
-            _sync(path.parent)
+            sync_folder(path.parent)
     except OSError:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Put the names in a folder on the disk (fsync(2)). Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -50,13 +50,11 @@ class CacheRequest:
 
     def limit(self, reading: MemoryReading) -> int | None:
         """The smaller of both limits, while the engine's further demand is unknown."""
-        reserve = self.reserved(reading)
-        limits = [
-            limit
-            for limit in (self._settings.at_most_bytes, None if reserve is None else max(0, reserve.left(Demand())))
-            if limit is not None
-        ]
-        return min(limits, default=None)
+        own, reserve = self._settings.at_most_bytes, self.reserved(reading)
+        if reserve is None:
+            return own
+        left = max(0, reserve.left(Demand()))
+        return left if own is None else min(own, left)
 
     def is_plenty(self, need: CacheCosts, reading: MemoryReading) -> bool:
         """Whether the requested cache leaves enough for any batch, so that the rehearsal can be skipped."""

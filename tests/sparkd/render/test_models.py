@@ -1,4 +1,4 @@
-"""What is written for programs to read."""
+"""A program reads what sparkd prints as JSON."""
 
 from __future__ import annotations
 
