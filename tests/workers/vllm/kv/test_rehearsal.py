@@ -19,6 +19,7 @@ from workers.vllm.symbols import TABLE
 def vllm() -> None:
     """vLLM is imported before a test replaces a part of it."""
     assert Late("vllm.multimodal.encoder_budget").MultiModalBudget
+    assert Late("vllm.model_executor.warmup.kernel_warmup").kernel_warmup
 
 
 @pytest.mark.parametrize(("scale", "tokens"), [(0.5, 4096), (0.01, 256)])
